@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tiercel.cache.memories import make_memories
     from tiercel.config import CacheConfig
     from tiercel.engine.offline import Offline
+    from tiercel.integrations.named_pages import NamedPages
     from tiercel.memory.buffers import BorrowedMemory, DeviceMemory
     from tiercel.spec import CacheSpec, Identity
     from tiercel.transfer.staging import Staging
@@ -39,6 +40,7 @@ __all__ = [
     "HostCache",
     "Identity",
     "Loaded",
+    "NamedPages",
     "Offline",
     "Request",
     "Staging",
@@ -56,6 +58,7 @@ _HOME = {
     "CacheSpec": "tiercel.spec",
     "DeviceMemory": "tiercel.memory.buffers",
     "Identity": "tiercel.spec",
+    "NamedPages": "tiercel.integrations.named_pages",
     "Offline": "tiercel.engine.offline",
     "Staging": "tiercel.transfer.staging",
     "make_memories": "tiercel.cache.memories",

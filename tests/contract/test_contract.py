@@ -1,4 +1,5 @@
-"""Goal: every store keeps the contract. Method: every check on every back end, with real servers."""
+"""Goal: every store keeps the contract, and pages of other engines. Method: every check on every back end,
+with real servers."""
 
 from threading import Condition
 
@@ -7,6 +8,7 @@ import pytest
 from tests.contract.conftest import BACK_ENDS
 from tests.simulation.copies import HeldCopies
 from tests.simulation.specs import SPECS
+from tiercel.integrations import conformance as of_pages
 from tiercel.memory.buffers import HostMemory
 from tiercel.storage.conformance import apply
 from tiercel.storage.conformance.checks import CHECKS
@@ -17,7 +19,9 @@ from tiercel.types import HostPageId, Kind, PageKey
 
 INAPPLICABLE = {
     ("memory", "what_was_kept_outlives_the_store"),
+    ("memory", "pages_outlive_the_store"),
     ("mooncake_own", "what_was_kept_outlives_the_store"),
+    ("mooncake_own", "pages_outlive_the_store"),
 }
 """What does not concern a back end, and why that is right: these keep records in the process itself."""
 
@@ -33,7 +37,7 @@ def test_every_store_is_put_to_the_test():
     assert not forgotten, f"{forgotten}: write how it is opened in BACK_ENDS of tests/contract/conftest.py"
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", [*CHECKS, *of_pages.CHECKS], ids=lambda check: check.__name__)
 def test_a_store_keeps_the_contract(back_end, check):
     name, subject = back_end
     try:

@@ -1,8 +1,8 @@
-"""Goal: pages of any engine come back as they were put, or are missed, from any of our stores. Method: the
-same checks over each kind of store; bytes that are flipped on the disk; stores that fail."""
+"""Goal: pages of any engine come back as they were put, or are missed. Method: bytes that are flipped on the
+disk; stores that fail. (What holds over any store: `tiercel.integrations.conformance`, run by
+`tests/contract`.)"""
 
 import random
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -68,30 +68,6 @@ def test_what_was_put_comes_back(pages):
     assert pool.get([], []) == pool.put([], []) == pool.holds([]) == []
 
 
-def test_a_page_may_be_in_several_pieces_and_a_key_any_text_or_bytes(pages):
-    pool = pages.pool("kv", 300)
-    data = memoryview(bytes_of("x", 300))
-    keys = [b"\0\xff", "ключ", "a" * 5000, "", b""]
-    assert pool.put(keys, [[data[:7], data[7:7], data[7:]]] * 5) == [True] * 5
-    into = memoryview(bytearray(300))
-    for key in keys:
-        into[:] = bytes(300)
-        assert pool.get([key], [[into[:250], into[250:]]]) == [True] and into == data
-    assert pool.get(["", b""], empty(2, 300)) == [True, True], "a text and its bytes are one key"
-
-
-def test_another_meaning_is_another_page(pages):
-    pages.pool("kv", SIZE).put(["a"], [bytes_of("a")])
-    assert pages.pool("window", SIZE).holds(["a"]) == [False]
-    assert pages.pool("kv", SIZE + 1).holds(["a"]) == [False]
-    assert pages.pool("kv", SIZE, {"layout": "other"}).holds(["a"]) == [False]
-    assert pages.pool("kv", SIZE).holds(["a"]) == [True]
-    for about in ({**ABOUT, "dtype": "fp8"}, {**ABOUT, "rank": 0}, {}):
-        assert NamedPages(pages.store, about).pool("kv", SIZE).holds(["a"]) == [False]
-    assert NamedPages(pages.store, ABOUT).pool("kv", SIZE + 1).holds(["a"]) == [False]
-    assert NamedPages(pages.store, dict(reversed(ABOUT.items()))).pool("kv", SIZE).holds(["a"]) == [True]
-
-
 def test_a_page_of_another_length_is_the_callers_mistake(pages):
     pool = pages.pool("kv", SIZE)
     with pytest.raises(ConfigError, match="a page of kv has 5,000 bytes"):
@@ -102,28 +78,6 @@ def test_a_page_of_another_length_is_the_callers_mistake(pages):
         pages.pool("nothing", 0)
     with pytest.raises(ValueError, match="zip"):
         pool.put(["a", "b"], [bytes_of("a")])
-
-
-def test_threads_may_use_a_pool(pages):
-    pool = pages.pool("kv", SIZE)
-
-    def act(number):
-        keys = [f"{number} {n}" for n in range(8)]
-        assert all(pool.put(keys, [bytes_of(key) for key in keys]))
-        return right(pool, *keys)
-
-    with ThreadPoolExecutor(6) as crew:
-        assert list(crew.map(act, range(6))) == [[True] * 8] * 6
-
-
-def test_pages_are_there_after_a_restart(tmp_path):
-    for _ in range(2):
-        pages = NamedPages(f"file://{tmp_path}/a?size=1MiB", ABOUT)
-        pool = pages.pool("kv", SIZE)
-        before = right(pool, *KEYS)
-        pool.put(KEYS, [bytes_of(key) for key in KEYS])
-        pages.close()
-    assert before == [True] * 20
 
 
 def test_no_byte_that_was_flipped_is_ever_returned(tmp_path):

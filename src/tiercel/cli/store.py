@@ -117,7 +117,9 @@ def conformance(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Test a store against the contract of tiercel.storage.base. Exit code 1: a check failed."""
+    """Test a store against the contract of tiercel.storage.base, also with pages of other engines in it
+    (tiercel.integrations.named_pages). Exit code 1: a check failed."""
+    from tiercel.integrations import conformance as of_pages
     from tiercel.storage.conformance import Verdict, run_checks
     from tiercel.storage.conformance.checks import CHECKS
     from tiercel.storage.conformance.samples import Subject
@@ -126,7 +128,7 @@ def conformance(
     make = partial(_open, url, read_only=False)
     subject = Subject(open=lambda: _emptied(make()), open_again=make if durable else None)
     results = []
-    for each in CHECKS:
+    for each in [*CHECKS, *of_pages.CHECKS]:
         results += run_checks(subject, [each])
         if not as_json:
             typer.echo(str(results[-1]))

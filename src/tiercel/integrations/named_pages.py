@@ -7,7 +7,7 @@
 
 The record of a page says what its bytes mean: the pool, their number, and all that the engine says `about`
 them. So pages of another model, layout or rank are other pages, and are never found. Every byte has a
-checksum: a page whose bytes are not those that were put is a miss, and is deleted.
+checksum: a page whose bytes are not those that were put, or can not be read, is a miss, and is deleted.
 
 A store that fails costs hits, and nothing else: after three failures in a row it is not asked for a while
 (`policy.breaker`). Only what is wrong from the start is an error: the URL, or pages of another length.
@@ -28,7 +28,7 @@ from tiercel.errors import ConfigError, StoreError
 from tiercel.policy.breaker import Breaker
 from tiercel.storage.base import Get, Put, Store
 from tiercel.storage.open import open_store
-from tiercel.storage.record import Form
+from tiercel.storage.record import Form, RecordKey
 from tiercel.types import Kind, PageKey
 
 log = logging.getLogger(__name__)
@@ -114,9 +114,13 @@ class Pool:
         streams = ((name, (0,), page_bytes),)
         self._form = Form(Kind.PAGE, digest, streams, page_bytes, self._store.align)
 
+    def record(self, key: Key) -> RecordKey:
+        """The key of this page's record in the store."""
+        return self._form.key(page_key(key))
+
     def holds(self, keys: Sequence[Key]) -> list[bool]:
         """Which of these pages the store has."""
-        names = [self._form.key(page_key(key)) for key in keys]
+        names = [self.record(key) for key in keys]
         return self._pages.call(lambda: self._store.contains(names), [False] * len(keys))
 
     def get(self, keys: Sequence[Key], pages: Sequence[Page]) -> list[bool]:
@@ -128,15 +132,19 @@ class Pool:
             Get(self._form.key(key), [head, *page])
             for key, head, page in zip(named, heads, parts, strict=True)
         ]
-        found = self._pages.call(lambda: self._store.get(wanted), [False] * len(keys))
-        damaged = 0
+        found = self._pages.call(lambda: self._store.get(wanted), None)
+        if found is None:
+            return self._counted([False] * len(keys))
         for number, (key, head, page) in enumerate(zip(named, heads, parts, strict=True)):
-            if found[number] and (flaw := self._form.flaw(head, key, page)) is not None:
-                log.warning("a page of %s is %s, and is deleted", self.name, flaw.value)
+            if found[number] and self._form.flaw(head, key, page) is not None:
                 found[number] = False
-                damaged += 1
-                gone = [self._form.key(key)]
-                self._pages.call(lambda gone=gone: self._store.delete(gone), 0)  # type: ignore[misc]
+        missed = [key for key, hit in zip(keys, found, strict=True) if not hit]
+        if unreadable := [key for key, listed in zip(missed, self.holds(missed), strict=True) if listed]:
+            log.warning("%d pages of %s are damaged, and are deleted", len(unreadable), self.name)
+            self.delete(unreadable)
+        return self._counted(found, damaged=len(unreadable))
+
+    def _counted(self, found: list[bool], damaged: int = 0) -> list[bool]:
         hits = sum(found)
         self._pages.count(hits=hits, misses=len(found) - hits, damaged=damaged)
         return found
@@ -153,7 +161,7 @@ class Pool:
 
     def delete(self, keys: Sequence[Key]) -> int:
         """Delete these pages. Returns how many were there."""
-        names = [self._form.key(page_key(key)) for key in keys]
+        names = [self.record(key) for key in keys]
         return self._pages.call(lambda: self._store.delete(names), 0)
 
     def _parts(self, page: Page) -> list[memoryview]:
