@@ -14,10 +14,12 @@ import pytest
 if find_spec("vllm") is None:
     pytest.skip("vllm is not installed", allow_module_level=True)
 
+# first, because it sets what vLLM reads when it is imported
 from tests.engines.vllm_cpu import WORDS, CpuWorker, register, save_model
 from tests.storage.shared.make import kill_owner
 from tiercel.errors import StoreError
 
+# isort: split
 from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
 

