@@ -28,8 +28,8 @@ vllm)
     ;;
 lmcache)
     # Its wheel asks for CUDA packages, clients of clouds and exporters of metrics, which its server imports only where
-    # they are used. It imports cachetools, fastapi, httpx and uvicorn for its HTTP calls.
-    $pip torch==2.13.0 "numpy<=2.2.6" aiofiles aiohttp blake3 cachetools cryptography fastapi httpx msgspec numba \
+    # they are used. Its command line in 0.5.5 imports openai.
+    $pip torch==2.13.0 "numpy<=2.2.6" aiofiles aiohttp blake3 cachetools cryptography fastapi httpx msgspec numba openai \
         "prometheus_client<=0.24.1" psutil py-cpuinfo pyyaml pyzmq requests sortedcontainers uvicorn xxhash
     $pip --no-deps "lmcache==$version"
     ;;

@@ -48,7 +48,7 @@ def memory(shape, data=None):
 
 
 def data_of(key, shape):
-    return random.Random(repr(key)).randbytes(memory(shape).get_size())
+    return random.Random(f"{key} {shape}").randbytes(memory(shape).get_size())
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 Method: LMCache's own factory, memory objects and descriptors, and processes of its own server, in an
 environment of their own (`make engines`). A client does what an engine does."""
 
+import json
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ if find_spec("lmcache") is None:
 
 import torch
 from examples.lmcache.restart import CHUNK, LAYERS, WIDTH, Server
+from lmcache.v1.distributed.api import MemoryLayoutDesc
 from lmcache.v1.distributed.internal_api import L2AdapterListener
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 
@@ -97,20 +99,20 @@ def test_another_group_type_or_shape_finds_nothing(tmp_path, store):
         for other in (FLOAT, turned, layout(2, 2, 16, 32)):
             assert driver.found(KEYS[:1], {0: other}) == [False]
             assert driver.loaded(KEYS[:1], {0: other}) == ["missed"]
-            assert control.found(KEYS[:1], {0: other}) == [True]  # LMCache's own has the key alone
+            assert control.loaded(KEYS[:1], {0: other}) == ["wrong"]  # LMCache's own has the key alone
         moved = replace(KEYS[0], object_group_id=7)
         assert driver.found([moved], {7: ATTENTION}) == [False]
         assert driver.found(KEYS[:1]) == [True]
 
 
 def test_a_flipped_byte_is_a_miss_and_is_stored_again(tmp_path, store):
-    own = {"type": "fs", "base_path": f"{tmp_path}/own"}
-    for spec in (ours(store), own):
+    theirs = {"type": "fs", "base_path": f"{tmp_path}/theirs"}
+    for spec in (ours(store), theirs):
         with driven(spec) as driver:
             driver.store(KEYS[:16])
     flipped = KEYS[:16:2]
     flip(tmp_path, [data_of(key, GROUPS[key.object_group_id]) for key in flipped])
-    with driven(own) as control:
+    with driven(theirs) as control:
         assert control.loaded(KEYS[:16]) == ["wrong", "right"] * 8  # so wrong bytes would be seen
     with driven(ours(store)) as driver:
         assert driver.loaded(KEYS[:16]) == ["missed", "right"] * 8
@@ -225,6 +227,22 @@ def test_objects_that_lmcache_serialized_are_found_after_a_restart(store):
         assert driver.loaded(KEYS[:1], {0: ROW}) == ["right"]
 
 
+def test_a_lookup_without_a_layout_finds_objects_of_every_layout(store):
+    with driven(ours(store)) as driver:
+        driver.store(KEYS[:2])
+        driver.store([KEYS[2]], {0: FLOAT})
+        for hint in ({}, {0: MemoryLayoutDesc([], [])}):
+            assert driver.found([*KEYS[:3], KEYS[4]], hint) == [True, True, True, False]
+
+
+def test_a_task_that_can_not_be_done_fails_and_is_told(store, caplog):
+    with driven(ours(store)) as driver:
+        number = driver.adapter.submit_store_task(KEYS[:2], [memory(ATTENTION)])  # one object for two keys
+        assert not driver.stored(number).is_successful()
+        assert "a task of LMCache's failed" in caplog.text
+        assert driver.found(KEYS[:2]) == [False, False]
+
+
 def test_a_store_that_fails_costs_hits_only(tmp_path):
     with driven(ours(shared(tmp_path))) as driver:
         driver.store(KEYS[:8])
@@ -266,6 +284,26 @@ def test_nothing_waits_for_a_store_that_hangs(tmp_path):
             assert bits.count_leading_ones() == 8
 
 
+def test_memory_that_lmcache_may_have_given_away_is_neither_stored_nor_filled(tmp_path, monkeypatch):
+    with driven(ours(shared(tmp_path))) as driver:
+        driver.store(KEYS[:1])
+        owner = owner_of(driver.adapter._pages.store)
+        monkeypatch.setattr(integration, "STALE_S", 0.0)
+        os.kill(owner, signal.SIGSTOP)
+        try:
+            theirs = memory(ATTENTION, data_of(KEYS[2], ATTENTION))
+            store = driver.adapter.submit_store_task([KEYS[2]], [theirs])
+            load = driver.adapter.submit_load_task([KEYS[0]], [theirs])
+            theirs.raw_data.zero_()  # it is another object's by now
+        finally:
+            os.kill(owner, signal.SIGCONT)
+        assert not driver.stored(store).is_successful()
+        bits = driver.wait(driver.adapter.get_load_event_fd(), lambda: driver.adapter.query_load_result(load))
+        assert not bits.test(0) and not theirs.raw_data.any()
+        monkeypatch.undo()
+        assert driver.loaded([KEYS[0], KEYS[2]]) == ["right", "missed"]
+
+
 def test_when_it_is_closed_no_thread_is_left_and_tasks_that_wait_are_not_begun(store):
     adapter = make(ours(store))
     objects = [memory(ATTENTION, data_of(KEYS[0], ATTENTION))]
@@ -301,6 +339,15 @@ def test_two_processes_have_one_store(tmp_path):
         assert driver.found(KEYS) == [True] * 40 and driver.loaded(KEYS) == ["right"] * 40
         other.communicate("go on\n", timeout=60)
     assert other.returncode == 0
+
+
+def test_what_lmcaches_own_benchmark_stores_is_found_and_right(tmp_path):
+    command = [sys.executable, "-m", "lmcache.cli.main", "bench", "l2", "--num-keys", "8", "--no-skip-verify"]
+    spec = json.dumps(ours(shared(tmp_path)))
+    whole = (*command, "--lookup-max-hit-rate", "1.0", "--l2-adapter", spec)
+    told = subprocess.run(whole, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert "All 8 keys data verified OK" in told
+    assert [line.split()[-1] for line in told.splitlines() if line.startswith("Total success")] == ["8"] * 3
 
 
 # LMCache's server

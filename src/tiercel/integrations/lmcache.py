@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 from threading import Lock
+from time import monotonic
 from typing import Any, Generic, TypeVar
 
 from lmcache.lmcache_native import Bitmap
@@ -39,6 +40,9 @@ LEFT = ("register_listener", "set_backend_identity", "list_l2_keys")
 STORES, LOOKUPS, LOADS = 2, 1, 4
 """Tasks at the same time, by kind, so that a lookup waits for no copy. A store reads or writes the batch of a
 task at once."""
+STALE_S = 60.0
+"""A task that waited so long for its store is given up. LMCache gives the memory of objects to others 300 s
+after it submitted a store and 600 s after a load, and tells nobody."""
 NOTE_BYTES = 4096
 """Enough for dozens of layouts of a group."""
 
@@ -80,19 +84,24 @@ class Adapter(L2AdapterInterface):  # type: ignore[misc]
     # Store
 
     def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
-        return self._stores.submit(lambda: self._store(keys, objects), L2StoreResult(False, 0))
+        until_s = monotonic() + STALE_S
+        return self._stores.submit(lambda: self._store(keys, objects, until_s), L2StoreResult(False, 0))
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
         return {number: self._stores.results.pop(number) for number in list(self._stores.results)}
 
-    def _store(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> L2StoreResult:
+    def _store(self, keys: list[ObjectKey], objects: list[MemoryObj], until_s: float) -> L2StoreResult:
         """It succeeds if every object is kept. Told are those that were not there before."""
         kept, new, sizes = 0, list[ObjectKey](), list[int]()
         for part in self._layouts.parts(keys, objects):
             self._layouts.note(part.keys, part.layout)
             names = [_name(key) for key in part.keys]
             here = part.pool.holds(names)
-            done = part.pool.put(names, part.memory)
+            if monotonic() >= until_s:
+                break
+            done = part.pool.put(
+                names, part.memory
+            )  # it computes checksums first: later changes would be seen
             kept += sum(done)
             new += [key for key, old, each in zip(part.keys, here, done, strict=True) if each and not old]
             sizes += [part.pool.page_bytes] * (len(new) - len(sizes))
@@ -132,14 +141,17 @@ class Adapter(L2AdapterInterface):  # type: ignore[misc]
     # Load
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
-        return self._loads.submit(lambda: self._load(keys, objects), Bitmap(len(keys)))
+        until_s = monotonic() + STALE_S
+        return self._loads.submit(lambda: self._load(keys, objects, until_s), Bitmap(len(keys)))
 
     def query_load_result(self, task_id: int) -> Bitmap | None:
         return self._loads.results.pop(task_id, None)
 
-    def _load(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> Bitmap:
+    def _load(self, keys: list[ObjectKey], objects: list[MemoryObj], until_s: float) -> Bitmap:
         loaded = Bitmap(len(keys))
         for part in self._layouts.parts(keys, objects):
+            if monotonic() >= until_s:
+                break
             done = part.pool.get([_name(key) for key in part.keys], part.memory)
             for number, each in zip(part.numbers, done, strict=True):
                 if each:
@@ -243,7 +255,8 @@ class _Layouts:
         """The objects by their layouts, without those that are shorter than their layout."""
         parts = dict[str, _Part]()
         for number, (key, item) in enumerate(zip(keys, objects, strict=True)):
-            layout, memory = _text(item.get_shapes(), item.get_dtypes()), item.byte_array
+            about, memory = item.metadata, item.byte_array
+            layout = _text(about.shapes or [about.shape], about.dtypes or [about.dtype])
             pool = self._pool(layout)
             if len(memory) == pool.page_bytes:
                 part = parts.setdefault(layout, _Part(layout, pool))
@@ -255,16 +268,16 @@ class _Layouts:
     def places(
         self, keys: list[ObjectKey], told: Mapping[int, MemoryLayoutDesc] | None = None
     ) -> dict[Pool, list[int]]:
-        """Pools, and the numbers of the keys that may be in them. `told`: the layouts of tensors by group, if
-        only objects for these tensors count."""
-        tensors = {group: _text(each.shapes, each.dtypes) for group, each in (told or {}).items()}
+        """Pools, and the numbers of the keys that may be in them. `told`: by group, the layout of tensors for
+        which objects are wanted. LMCache calls it a hint: a group may be missing or empty."""
+        hints = [(group, each) for group, each in (told or {}).items() if each.shapes]
+        tensors = {group: _text(each.shapes, each.dtypes) for group, each in hints}
         places = defaultdict[Pool, list[int]](list)
         for number, key in enumerate(keys):
             with self._lock:
                 layouts = self._noted_for(_group(key))
-            if told is not None:
-                layouts = [each for each in layouts if _serialized(each)]
-                layouts += [tensors[key.object_group_id]] if key.object_group_id in tensors else []
+            if (wanted := tensors.get(key.object_group_id)) is not None:
+                layouts = [wanted, *(each for each in layouts if each != wanted and _serialized(each))]
             for layout in layouts:
                 places[self._pool(layout)].append(number)
         return places
