@@ -227,6 +227,14 @@ def test_objects_that_lmcache_serialized_are_found_after_a_restart(store):
         assert driver.loaded(KEYS[:1], {0: ROW}) == ["right"]
 
 
+def test_objects_that_another_process_serialized_are_found(tmp_path):
+    with driven(ours(shared(tmp_path))) as one, driven(ours(shared(tmp_path))) as two:
+        assert two.found(KEYS[:1], {0: FLOAT}) == [False]
+        one.store(KEYS[:1], {0: ROW})
+        assert two.found(KEYS[:1], {0: FLOAT}) == [True]
+        assert two.loaded(KEYS[:1], {0: ROW}) == ["right"]
+
+
 def test_a_lookup_without_a_layout_finds_objects_of_every_layout(store):
     with driven(ours(store)) as driver:
         driver.store(KEYS[:2])

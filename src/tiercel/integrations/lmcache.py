@@ -99,9 +99,8 @@ class Adapter(L2AdapterInterface):  # type: ignore[misc]
             here = part.pool.holds(names)
             if monotonic() >= until_s:
                 break
-            done = part.pool.put(
-                names, part.memory
-            )  # it computes checksums first: later changes would be seen
+            # Its checksums come first: should the memory be given away from now on, it would be seen.
+            done = part.pool.put(names, part.memory)
             kept += sum(done)
             new += [key for key, old, each in zip(part.keys, here, done, strict=True) if each and not old]
             sizes += [part.pool.page_bytes] * (len(new) - len(sizes))
@@ -273,9 +272,10 @@ class _Layouts:
         hints = [(group, each) for group, each in (told or {}).items() if each.shapes]
         tensors = {group: _text(each.shapes, each.dtypes) for group, each in hints}
         places = defaultdict[Pool, list[int]](list)
+        with self._lock:
+            noted = {group: self._noted_for(group) for group in {_group(key) for key in keys}}
         for number, key in enumerate(keys):
-            with self._lock:
-                layouts = self._noted_for(_group(key))
+            layouts = noted[_group(key)]
             if (wanted := tensors.get(key.object_group_id)) is not None:
                 layouts = [wanted, *(each for each in layouts if each != wanted and _serialized(each))]
             for layout in layouts:
@@ -296,7 +296,8 @@ class _Layouts:
                     self._notes.put([group], [text])
 
     def _noted_for(self, group: str) -> list[str]:
-        if group not in self._noted:
+        """Read until there is one: another process may write it."""
+        if not self._noted.get(group):
             note = bytearray(NOTE_BYTES)
             self._noted[group] = json.loads(note) if self._notes.get([group], [note])[0] else []
         return self._noted[group]
