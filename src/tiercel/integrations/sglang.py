@@ -5,14 +5,15 @@
             "module_path": "tiercel.integrations.sglang", "store": "shared:///var/cache/kv?size=200GiB"}'
 
 SGLang names a page by a hash of its whole prefix. What else decides the bytes of a page is part of its
-record: model, ranks, layout, type and shape of the pool. With `"interface_v1": 1` and a layout that keeps a
-page in one piece, or one for K and one for V, pages are read into SGLang's host memory and written from it
-without a copy.
+record: version, model, ranks, draft, layout, type and shape of the pool. Pages are read into SGLang's host
+memory and written from it without a copy, where the layout keeps a page together. For the pool of the KV this
+needs `"interface_v1": 1`: without it SGLang makes copies itself.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,17 +26,30 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
     PoolTransferResult,
 )
+from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+from sglang.srt.runtime_context import get_model, get_spec
+from sglang.version import __version__
 
 from tiercel.errors import ConfigError
 from tiercel.integrations.hooks import check_hooks
-from tiercel.integrations.named_pages import NamedPages, Page, Pool
+from tiercel.integrations.named_pages import NamedPages, Pool
 
-TESTED = ("0.5.23",)
-ONE_PIECE = ("page_first", "page_first_direct", "page_head")
-"""Layouts in which a page of K, and of V, lies together."""
+log = logging.getLogger(__name__)
+
+TESTED = ("0.5.23", "0.5.22")
+LEFT = ("on_host_pools_registered",)
+"""Calls that need no answer: pools are used as they come."""
+TOGETHER = ("page_first", "page_first_direct", "page_first_kv_split", "page_head")
+"""Layouts in which a page lies together, or K and V each do."""
+NOT_OF_THE_BYTES = ("tp_rank", "tp_size", "dp_rank", "extra_config", "enable_storage_metrics")
+"""What a configuration says that does not decide the bytes of all pools. Ranks of tensor parallelism do for
+some (`_about_ranks`)."""
 SHAPE = (
-    *("layer_num", "head_num", "head_dim", "v_head_dim", "head_group_num", "kv_cache_dim"),
-    *("size_per_token", "page_size", "start_layer", "end_layer", "storage_format_tag"),
+    *("dtype", "layer_num", "head_num", "head_dim", "v_head_dim", "kv_cache_dim", "page_size"),
+    *("start_layer", "end_layer", "size_per_token", "storage_format_tag", "indexer_dtype"),
+    *("num_mamba_layers", "temporal_dtype", "temporal_state_shape", "conv_state_shapes"),
+    *("item_bytes", "ring_size", "state_page_bytes"),
 )
 """What a host pool tells of the bytes of its pages, as far as it has it."""
 
@@ -44,7 +58,7 @@ class HiCache(HiCacheStorage):  # type: ignore[misc]
     """A store of ours behind SGLang's interface. SGLang calls it from several threads."""
 
     def __init__(self, config: HiCacheStorageConfig, _kwargs: Mapping[str, Any]) -> None:
-        check_hooks("sglang", HiCacheStorage, CALLS, tested=TESTED)
+        check_hooks("sglang", HiCacheStorage, CALLS, tested=TESTED, left=LEFT)
         extra = config.extra_config or {}
         if not isinstance(extra.get("store"), str):
             why = 'name one in the extra config, such as "store": "shared:///var/cache/kv?size=200GiB"'
@@ -64,11 +78,22 @@ class HiCache(HiCacheStorage):  # type: ignore[misc]
         self._hosts[str(host_pool_name)] = self._host(str(host_pool_name), host_pool)
 
     def _host(self, name: str, pool: Any) -> _Host:
-        # The states of recurrent layers are cut for ranks even where all of them have the same KV.
-        same = self._config.is_mla_model and name != PoolName.MAMBA.value
-        ranks = {} if same else {"tp": [self._config.tp_rank, self._config.tp_size]}
+        # Without the first interface SGLang asks for the pages of this pool in tensors of their own.
         in_tensors = name == PoolName.KV.value and not (self._config.extra_config or {}).get("interface_v1")
-        return _Host(self._pages, name, pool, ranks, in_place=not in_tensors)
+        return _Host(self._pages, name, pool, self._about_ranks(name, pool), in_place=not in_tensors)
+
+    def _about_ranks(self, name: str, pool: Any) -> dict[str, Any]:
+        """Of which rank the pages of this pool are. Nothing, if they are the same for all."""
+        ranks = [self._config.tp_rank, self._config.tp_size]
+        if not self._config.is_mla_model:
+            return {"tp": ranks}
+        # Ranks have the same KV. States and heads are cut for them nevertheless.
+        if name == PoolName.MAMBA.value:
+            return {"tp": ranks}
+        if isinstance(pool, MHATokenToKVPoolHost) and self._config.tp_size > 1:
+            why = f"each of {ranks[1]} ranks has other heads of it, and SGLang saves those of rank 0 only"
+            raise ConfigError("pool", name, why)
+        return {}
 
     # What is there
 
@@ -118,7 +143,7 @@ class HiCache(HiCacheStorage):  # type: ignore[misc]
         target_locations: Any = None,
         target_sizes: Any = None,  # noqa: ARG002
     ) -> list[torch.Tensor | None]:
-        found = self._hosts[PoolName.KV.value].flat.get(keys, [_bytes_of(each) for each in target_locations])
+        found = self._hosts[PoolName.KV.value].pages.get(keys, [_bytes_of(each) for each in target_locations])
         return [each if hit else None for each, hit in zip(target_locations, found, strict=True)]
 
     def set(
@@ -137,7 +162,7 @@ class HiCache(HiCacheStorage):  # type: ignore[misc]
         target_locations: Any = None,  # noqa: ARG002
         target_sizes: Any = None,  # noqa: ARG002
     ) -> bool:
-        return all(self._hosts[PoolName.KV.value].flat.put(keys, [_bytes_of(each) for each in values]))
+        return all(self._hosts[PoolName.KV.value].pages.put(keys, [_bytes_of(each) for each in values]))
 
     # Pages in host pools
 
@@ -170,9 +195,6 @@ class HiCache(HiCacheStorage):  # type: ignore[misc]
     def stats(self) -> dict[str, Any]:
         return self._pages.stats()
 
-    def on_host_pools_registered(self) -> None:
-        pass
-
     def close(self) -> None:
         self._pages.close()
 
@@ -188,76 +210,92 @@ class _Host:
         self, pages: NamedPages, name: str, pool: Any, ranks: Mapping[str, Any], *, in_place: bool
     ) -> None:
         """`in_place`: pages are read and written where they are, if their layout allows it."""
-        self._pool = pool
-        self._logical = getattr(pool, "kv_buffer", self) is None
-        if self._logical:  # an anchor for other pools, without bytes
+        self._pool, self._name = pool, name
+        self._logical = isinstance(pool, LogicalHostPool)  # an anchor for other pools, without bytes
+        if self._logical:
             return
-        layout = getattr(pool, "layout", "")
-        size = len(_bytes_of(pool.get_dummy_flat_data_page()))
-        shape = {each: value for each in SHAPE if isinstance(value := getattr(pool, each, None), int | str)}
-        about = {**ranks, "layout": layout, "dtype": str(getattr(pool, "dtype", "")), "shape": shape}
-        self.flat: Pool = pages.pool(f"{name} flat", size, {**about, "order": "flat"})
-        self._in_place: Pool | None = None
-        if in_place and layout in ONE_PIECE:
-            self._in_place = pages.pool(f"{name} in place", size, {**about, "order": "in place"})
-        self._size = size
+        self._in_place = in_place and pool.layout in TOGETHER and _can(pool.get_page_buffer_meta, _page(pool))
+        try:
+            size = sum(map(len, self._places(_page(pool), 1)[0] if self._in_place else [self._copy(0)]))
+        except (NotImplementedError, ValueError) as error:
+            why = (
+                f'SGLang can not copy pages of {name}: another layout or "interface_v1": 1 may help ({error})'
+            )
+            raise ConfigError("hicache_mem_layout", pool.layout, why) from error
+        shape = {each: str(value) for each in SHAPE if (value := getattr(pool, each, None)) is not None}
+        self.pages: Pool = pages.pool(name, size, {**ranks, "layout": pool.layout, "shape": shape})
 
     def holds(self, keys: Sequence[str]) -> list[bool]:
-        if self._logical:
-            return [True] * len(keys)
-        return (self._in_place or self.flat).holds(keys)
+        return [True] * len(keys) if self._logical else self.pages.holds(keys)
 
-    def get(self, keys: Sequence[str], indices: torch.Tensor) -> list[bool]:
-        if self._logical or not keys:
-            return [True] * len(keys)
-        if self._in_place is not None:
-            return self._in_place.get(keys, self._places(indices, len(keys)))
-        firsts = self._firsts(indices, len(keys))
+    def get(self, keys: Sequence[str], indices: torch.Tensor | None) -> list[bool]:
+        if self._logical or not self._fits(keys, indices):
+            return [self._logical] * len(keys)
+        if self._in_place:
+            return self.pages.get(keys, self._places(indices, len(keys)))
         tensors = [self._pool.get_dummy_flat_data_page() for _ in keys]
-        found = self.flat.get(keys, [_bytes_of(each) for each in tensors])
-        for first, tensor, hit in zip(firsts, tensors, found, strict=True):
+        found = self.pages.get(keys, [_bytes_of(each) for each in tensors])
+        for first, tensor, hit in zip(self._firsts(indices), tensors, found, strict=True):
             if hit:
                 self._pool.set_from_flat_data_page(first, tensor)
         return found
 
-    def put(self, keys: Sequence[str], indices: torch.Tensor) -> list[bool]:
-        if self._logical or not keys:
-            return [True] * len(keys)
-        if self._in_place is not None:
-            return self._in_place.put(keys, self._places(indices, len(keys)))
-        firsts = self._firsts(indices, len(keys))
-        return self.flat.put(
-            keys, [_bytes_of(self._pool.get_data_page(first, flat=True)) for first in firsts]
-        )
+    def put(self, keys: Sequence[str], indices: torch.Tensor | None) -> list[bool]:
+        if self._logical or not self._fits(keys, indices):
+            return [self._logical] * len(keys)
+        if self._in_place:
+            return self.pages.put(keys, self._places(indices, len(keys)))
+        return self.pages.put(keys, [self._copy(first) for first in self._firsts(indices)])
 
-    def _firsts(self, indices: torch.Tensor, count: int) -> list[int]:
+    def _fits(self, keys: Sequence[str], indices: torch.Tensor | None) -> bool:
+        """Whether these are the indices of so many pages. If not, none is moved."""
+        count, needed = 0 if indices is None else len(indices), len(keys) * int(self._pool.page_size)
+        if count != needed:
+            log.error("%d indices of %s are not those of %d pages", count, self._name, len(keys))
+        return count == needed
+
+    def _firsts(self, indices: Any) -> list[int]:
         """The first index of each page."""
-        step, rest = divmod(len(indices), count)
-        if rest or not step:
-            raise ConfigError("host_indices", len(indices), f"are not those of {count} pages")
-        return [int(each) for each in indices[::step].tolist()]
+        return [int(each) for each in indices[:: self._pool.page_size].tolist()]
 
-    def _places(self, indices: torch.Tensor, count: int) -> list[Page]:
+    def _copy(self, first: int) -> memoryview:
+        return _bytes_of(self._pool.get_data_page(first, flat=True))
+
+    def _places(self, indices: Any, count: int) -> list[list[memoryview]]:
         """The memory of each page, in pieces."""
         starts, sizes = self._pool.get_page_buffer_meta(indices)
-        each, rest = divmod(len(starts), count)
-        if rest or sum(sizes) != count * self._size:
-            raise ConfigError("host_indices", len(indices), f"have no {count} pages of {self._size:,} bytes")
         views = [
             memoryview((ctypes.c_char * size).from_address(start)).cast("B")
             for start, size in zip(starts, sizes, strict=True)
         ]
+        each = len(views) // count
         return [views[first : first + each] for first in range(0, len(views), each)]
 
 
 def _about(config: HiCacheStorageConfig) -> dict[str, Any]:
     """What decides the bytes of all pools. The rest is told by each pool."""
-    ranks = {
-        "pp": [config.pp_rank, config.pp_size],
-        "cp": [config.attn_cp_rank, config.attn_cp_size],
-        "dcp": [config.dcp_rank, config.dcp_size, config.logical_page_size],
-    }
-    return {"engine": "sglang", "model": config.model_name or "", "ranks": ranks}
+    told = {name: value for name, value in vars(config).items() if name not in NOT_OF_THE_BYTES}
+    spec = get_spec()
+    draft = (
+        spec.speculative_algorithm,
+        spec.speculative_draft_model_path,
+        spec.speculative_draft_kv_cache_dtype,
+    )
+    # Two types of 8 bits have the same name in a pool.
+    return {"engine": f"sglang {__version__}", **told, "kv": get_model().kv_cache_dtype, "draft": draft}
+
+
+def _page(pool: Any) -> torch.Tensor:
+    """The indices of the first page."""
+    return torch.arange(pool.page_size)
+
+
+def _can(call: Callable[..., Any], *arguments: Any) -> bool:
+    try:
+        call(*arguments)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
