@@ -54,8 +54,9 @@ check: .venv/installed
 	$(BIN)/lint-imports
 
 # Our stores inside other engines: each version in an environment of its own, about 2 GB each.
-ENGINES := sglang-0.5.23 sglang-0.5.22 vllm-0.32.0 vllm-0.31.0
+ENGINES := sglang-0.5.23 sglang-0.5.22 vllm-0.32.0 vllm-0.31.0 lmcache-0.5.6 lmcache-0.5.5
 engines: $(ENGINES:%=engine-%)
+	$(BIN)/python -m benchmarks.engines --quick
 engine-%: .venv/installed
 	tests/engines/install.sh $(subst -, ,$*)
 	PYTHONPATH=src:. OMP_NUM_THREADS=1 .venv/engines/$*/bin/python -m pytest --confcutdir tests/engines -o filterwarnings= tests/engines
