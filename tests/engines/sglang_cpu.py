@@ -82,7 +82,7 @@ def copy_from_pages(src_ptrs, dst_ptrs, src_indices, dst_indices, layer_id, page
 
 HostKVCache.pin_memory = property(lambda self: False, lambda self, value: None)
 for room in ("pool_host.mha", "pool_host.mla", "pool_host.mamba", "pool_host.dsa", "memory_pool_host"):
-    module = import_module(f"sglang.srt.mem_cache.{room}")
+    module: Any = import_module(f"sglang.srt.mem_cache.{room}")
     module.transfer_kv_direct = copy
     module.transfer_kv_all_layer_direct_lf_pf = copy_to_pages
     module.transfer_kv_per_layer_direct_pf_lf = copy_from_pages
@@ -197,6 +197,11 @@ def mha_with_draft():
     return drafted(mha(), MHATokenToKVPool(PAGES * 16, 16, TYPE, 1, DIM, 1, "cpu", False))
 
 
+def mla_with_heads():
+    """A draft with heads beside a model without any."""
+    return drafted(mla(), MHATokenToKVPool(PAGES * 16, 16, TYPE, 1, DIM, 1, "cpu", False))
+
+
 def sparse_with_draft():
     draft = DSATokenToKVPool(PAGES * 64, 64, 64, TYPE, 16, 1, "cpu", 128, False, 80)
     return drafted(sparse(), draft)
@@ -211,7 +216,7 @@ MODELS = {
     each.__name__: each
     for each in (
         *(mha, mla, sparse, windows, recurrent, deepseek_v4),
-        *(mha_with_draft, sparse_with_draft, windows_with_draft),
+        *(mha_with_draft, mla_with_heads, sparse_with_draft, windows_with_draft),
     )
 }
 
@@ -240,15 +245,9 @@ def published(store: str, layout: str, **more: Any) -> Iterator[Any]:
 
 @contextmanager
 def rank_of(rank: int = 0, size: int = 1) -> Iterator[None]:
-    ranks = {
-        "tp_rank": rank,
-        "tp_size": size,
-        "pp_rank": 0,
-        "pp_size": 1,
-        "attn_dcp_size": 1,
-        "attn_dcp_rank": 0,
-    }
-    with get_parallel().override(**ranks):
+    sizes = {"tp_size": size, "attn_tp_size": size, "moe_tp_size": size, "pp_size": 1, "attn_dcp_size": 1}
+    ranks = {"tp_rank": rank, "attn_tp_rank": rank, "pp_rank": 0, "attn_dcp_rank": 0}
+    with get_parallel().override(**sizes, **ranks):
         yield
 
 
@@ -331,7 +330,9 @@ class Server:
     def right(self, name: PoolName, prefix: array) -> Iterator[tuple[torch.Tensor, int, torch.Tensor]]:
         """What the page that ends this prefix holds: as with real KV, it depends on the whole prefix. For
         each memory of the pool on the device: the memory, its rows in a page, their bytes."""
-        chance = torch.Generator().manual_seed(crc32(name.value.encode() + prefix.tobytes()))
+        config = self.controller.storage_config
+        rank = 0 if config.is_mla_model else config.tp_rank  # with MLA all ranks compute the same
+        chance = torch.Generator().manual_seed(crc32(name.value.encode() + prefix.tobytes(), rank))
         for memory, rows in self.rows(name):
             size = memory[:rows].numel() * memory.element_size()
             yield memory, rows, torch.randint(256, (size,), generator=chance, dtype=torch.uint8)

@@ -334,8 +334,8 @@ def test_pages_of_another_type_of_8_bits_or_beside_another_draft_are_not_found(t
 
 def test_pages_of_another_version_of_sglang_are_not_found(tmp_path, monkeypatch):
     keys, pools = keys_of(3), {PoolName.KV: filled(host_pool(), 1)}
-    for version, found in (("0.5.99", 0), (ours.__version__, 0), ("0.5.99", 3)):
-        monkeypatch.setattr(ours, "__version__", version)
+    for version, found in (("0.5.99", 0), (ours.VERSION, 0), ("0.5.99", 3)):
+        monkeypatch.setattr(ours, "VERSION", version)
         storage = opened(tmp_path, pools, v1=True)
         assert storage.batch_exists(keys) == found
         storage.batch_set_v1(keys, indices(0, 1, 2))

@@ -19,7 +19,7 @@ from tests.engines.sglang_cpu import MODELS, server, store_of  # noqa: E402
 LAYOUTS = ["layer_first", "page_first_direct"]
 CASES = [case for case in product(MODELS, LAYOUTS) if case != ("recurrent", "layer_first")]
 """SGLang's host pool of states has no layout with layers first."""
-FULL = ["mha", "mla", "sparse", "mha_with_draft", "sparse_with_draft"]
+FULL = ["mha", "mla", "sparse", "mha_with_draft", "mla_with_heads", "sparse_with_draft"]
 """Models that can resume after any page."""
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -29,7 +30,6 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.runtime_context import get_model, get_spec
-from sglang.version import __version__
 
 from tiercel.errors import ConfigError
 from tiercel.integrations.hooks import check_hooks
@@ -37,6 +37,7 @@ from tiercel.integrations.named_pages import NamedPages, Pool
 
 log = logging.getLogger(__name__)
 
+VERSION = version("sglang")
 TESTED = ("0.5.23", "0.5.22")
 LEFT = ("on_host_pools_registered",)
 """Calls that need no answer: pools are used as they come."""
@@ -282,7 +283,7 @@ def _about(config: HiCacheStorageConfig) -> dict[str, Any]:
         spec.speculative_draft_kv_cache_dtype,
     )
     # Two types of 8 bits have the same name in a pool.
-    return {"engine": f"sglang {__version__}", **told, "kv": get_model().kv_cache_dtype, "draft": draft}
+    return {"engine": f"sglang {VERSION}", **told, "kv": get_model().kv_cache_dtype, "draft": draft}
 
 
 def _page(pool: Any) -> torch.Tensor:
