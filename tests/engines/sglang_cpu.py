@@ -150,7 +150,7 @@ def windows():
     )  # fmt: skip
 
 
-def recurrent():
+def recurrent(**attention):
     """Two layers with a state, one of full attention."""
     shape = Mamba2StateShape.create(
         tp_world_size=1,
@@ -166,9 +166,14 @@ def recurrent():
         enable_memory_saver=False, cache_params=Mamba2CacheParams(shape=shape, layers=[0, 1]),
         mamba_layer_ids=[0, 1], enable_mamba_extra_buffer=True,
     )  # fmt: skip
-    pool = HybridLinearKVPool(PAGES * 16, TYPE, 16, HEADS, DIM, [2], "cpu", requests.mamba_pool)
+    pool = HybridLinearKVPool(PAGES * 16, TYPE, 16, HEADS, DIM, [2], "cpu", requests.mamba_pool, **attention)
     more = {"enable_mamba_extra_buffer": True, "chunked_prefill_size": 64}
     return paged(pool, requests=requests, components=(ComponentType.FULL, ComponentType.MAMBA), more=more)
+
+
+def recurrent_mla():
+    """States, and KV that all ranks have, as in Kimi Linear."""
+    return recurrent(use_mla=True, kv_lora_rank=64, qk_rope_head_dim=16)
 
 
 def deepseek_v4():
@@ -215,7 +220,7 @@ def windows_with_draft():
 MODELS = {
     each.__name__: each
     for each in (
-        *(mha, mla, sparse, windows, recurrent, deepseek_v4),
+        *(mha, mla, sparse, windows, recurrent, recurrent_mla, deepseek_v4),
         *(mha_with_draft, mla_with_heads, sparse_with_draft, windows_with_draft),
     )
 }
@@ -331,7 +336,8 @@ class Server:
         """What the page that ends this prefix holds: as with real KV, it depends on the whole prefix. For
         each memory of the pool on the device: the memory, its rows in a page, their bytes."""
         config = self.controller.storage_config
-        rank = 0 if config.is_mla_model else config.tp_rank  # with MLA all ranks compute the same
+        same = config.is_mla_model and name != PoolName.MAMBA  # what all ranks compute
+        rank = 0 if same else config.tp_rank
         chance = torch.Generator().manual_seed(crc32(name.value.encode() + prefix.tobytes(), rank))
         for memory, rows in self.rows(name):
             size = memory[:rows].numel() * memory.element_size()

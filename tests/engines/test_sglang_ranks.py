@@ -124,12 +124,11 @@ def test_ranks_find_what_each_saved_and_agree_on_what_all_have(tmp_path):
         assert ranks("recurrent", load(*longer)) == [[0], [0]]
 
 
-def test_ranks_with_the_same_kv_have_it_from_one_writer(tmp_path):
+def test_ranks_with_the_same_kv_have_it_from_one_writer_and_states_of_their_own(tmp_path):
     with Ranks(tmp_path) as ranks:
-        for name in ("mla", "sparse"):
+        for name, kept in (("mla", [4, 0]), ("sparse", [8, 0]), ("recurrent_mla", [5, 1])):
             saved = ranks(name, save(*range(4)), ("stats",))
-            kept = 8 if name == "sparse" else 4
-            assert [each["kept"] for _, each in saved] == [kept, 0]
+            assert [each["kept"] for _, each in saved] == kept
             assert ranks(name, load(*range(4))) == [[4], [4]]
 
 
