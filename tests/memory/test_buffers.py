@@ -264,3 +264,14 @@ def test_memory_another_process_maps_is_the_same_memory() -> None:
 def test_memory_is_this_process_s_own_unless_it_is_asked_for_as_shared() -> None:
     with HostMemory(V4, "page_first_direct", 4 * V4.page_bytes) as host:
         assert host.path == ""
+
+
+def test_streams_of_borrowed_memory_may_lie_in_places_of_their_own() -> None:
+    spec = CacheSpec("m", 4, (Stream("a", (0,), (Part("x", 8),)), Stream("b", (0, 1), (Part("x", 4),))))
+    rows = {("a", 0): torch.zeros(9, 16, dtype=torch.uint8)}
+    rows |= {("b", layer): torch.zeros(9, 16, dtype=torch.uint8) for layer in (0, 1)}
+    memory = BorrowedMemory(spec, rows, {"a": (1, 2)})
+    assert [part for part, _ in memory.rows["a", 0][1]] == [1, 2]
+    assert [part for part, _ in memory.rows["b", 1][1]] == [0]
+    with pytest.raises(ConfigError, match="lies in 2 places"):
+        BorrowedMemory(spec, rows, {"a": (1,)})

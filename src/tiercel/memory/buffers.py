@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tiercel.errors import ConfigError, SpecError
@@ -201,9 +202,17 @@ class BorrowedMemory(Memory):
     `rows` names a tensor for each stream and layer: [places, …], of any type, with any stride between places,
     the bytes of a place together. Several may be views of one buffer. A row may take several places: as many
     as its bytes are times those of a place.
+
+    `parts` says for a stream which places of a page, or tail, its rows lie in, one after the other. A stream
+    that is not named lies in the first ones. So streams may have places of their own.
     """
 
-    def __init__(self, spec: CacheSpec, rows: Mapping[RowName, Tensor]) -> None:
+    def __init__(
+        self,
+        spec: CacheSpec,
+        rows: Mapping[RowName, Tensor],
+        parts: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    ) -> None:
         self.spec = spec
         self.rows = self.columns = {}
         places: dict[Kind, set[int]] = {kind: set() for kind in Kind}
@@ -212,7 +221,8 @@ class BorrowedMemory(Memory):
                 tensor = rows.get((stream.name, layer))
                 if tensor is None:
                     raise ConfigError("rows", (stream.name, layer), "no tensor was given for this layer")
-                self.rows[stream.name, layer] = _borrow(stream, layer, tensor, spec.row_bytes(stream))
+                where = parts.get(stream.name)
+                self.rows[stream.name, layer] = _borrow(stream, layer, tensor, spec.row_bytes(stream), where)
                 places[stream.kind].add(len(tensor))
         for each in places.values():
             if len(each) > 1:
@@ -224,7 +234,7 @@ class BorrowedMemory(Memory):
         return {Kind.PAGE: self.pages, Kind.TAIL: self.tails}[kind]
 
 
-def _borrow(stream: Stream, layer: int, tensor: Tensor, row_bytes: int) -> Row:
+def _borrow(stream: Stream, layer: int, tensor: Tensor, row_bytes: int, parts: Sequence[int] | None) -> Row:
     """The rows of a tensor as bytes of the storage below it."""
     import torch
 
@@ -237,7 +247,11 @@ def _borrow(stream: Stream, layer: int, tensor: Tensor, row_bytes: int) -> Row:
         )
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
     piece = Piece(int(tensor.storage_offset()) * size, tensor.stride(0) * size, own)
-    return flat, tuple((part, piece) for part in range(row_bytes // own))
+    pieces = row_bytes // own
+    parts = range(pieces) if parts is None else parts
+    if len(parts) != pieces:
+        raise ConfigError("parts", tuple(parts), f"a row of {stream.name} lies in {pieces} places")
+    return flat, tuple((part, piece) for part in parts)
 
 
 def pci_address(device: torch.device) -> str:
