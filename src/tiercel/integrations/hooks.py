@@ -38,7 +38,8 @@ def check_hooks(
 
 
 def _version(package: str) -> str:
+    """Without what a build adds to it (`0.32.0+cpu`)."""
     for name in (package, f"{package}-cpu"):
         with suppress(PackageNotFoundError):
-            return version(name)
+            return version(name).partition("+")[0]
     return "unknown"

@@ -424,7 +424,7 @@ def what_was_kept_outlives_the_store(subject: Subject) -> None:
     expect_absent(again, samples[:1], "deleted before close and open")
 
 
-CHECKS = [
+CHECKS: list[Callable[..., None]] = [
     each
     for name, each in list(globals().items())
     if isfunction(each) and each.__module__ == __name__ and not name.startswith("_")
