@@ -367,7 +367,7 @@ def test_a_store_that_dies_and_comes_back_is_used_again(cold):
             return super().contains(keys)
 
     store = Mortal()
-    engine = stored_engine(store, cache={"fetch": "deadline"})
+    engine = stored_engine(store, cache={"fetch": "deadline", "fetch_deadline_s": 60.0})
     service = EngineService(engine, "tiny")
     texts = [words(2 * PAGE + 5, seed=seed) for seed in range(6)]
 
