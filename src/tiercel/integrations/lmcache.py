@@ -15,6 +15,7 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import count
 from threading import Lock
 from time import monotonic
@@ -255,7 +256,7 @@ class _Layouts:
         parts = dict[str, _Part]()
         for number, (key, item) in enumerate(zip(keys, objects, strict=True)):
             about, memory = item.metadata, item.byte_array
-            layout = _text(about.shapes or [about.shape], about.dtypes or [about.dtype])
+            layout = _text(tuple(about.shapes or [about.shape]), tuple(about.dtypes or [about.dtype]))
             pool = self._pool(layout)
             if len(memory) == pool.page_bytes:
                 part = parts.setdefault(layout, _Part(layout, pool))
@@ -270,7 +271,7 @@ class _Layouts:
         """Pools, and the numbers of the keys that may be in them. `told`: by group, the layout of tensors for
         which objects are wanted. LMCache calls it a hint: a group may be missing or empty."""
         hints = [(group, each) for group, each in (told or {}).items() if each.shapes]
-        tensors = {group: _text(each.shapes, each.dtypes) for group, each in hints}
+        tensors = {group: _text(tuple(each.shapes), tuple(each.dtypes)) for group, each in hints}
         places = defaultdict[Pool, list[int]](list)
         with self._lock:
             noted = {group: self._noted_for(group) for group in {_group(key) for key in keys}}
@@ -309,13 +310,15 @@ class _Layouts:
         return self._pools[layout]
 
 
-def _text(shapes: Iterable[Any], types: Iterable[Any]) -> str:
+@cache
+def _text(shapes: tuple[Any, ...], types: tuple[Any, ...]) -> str:
     """A layout: the shape and type of each tensor, and the bytes of all."""
     tensors = list(zip(shapes, types, strict=True))
     size = sum(shape.numel() * kind.itemsize for shape, kind in tensors)
     return json.dumps([[[list(shape), str(kind)] for shape, kind in tensors], size])
 
 
+@cache
 def _serialized(layout: str) -> bool:
     """LMCache serializes an object into one row of bytes."""
     tensors, size = json.loads(layout)
