@@ -2,10 +2,14 @@
 Method: whole engines with tiny random models on the CPU, several kinds of layers; nothing of vLLM is
 replaced. Few blocks, so that prompts are split, blocks are reused and requests wait for each other."""
 
+import json
 import random
+import subprocess
+import sys
 import time
 from contextlib import contextmanager
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,11 +19,15 @@ if find_spec("vllm") is None:
 # first, because it sets what vLLM reads when it is imported
 from tests.engines.vllm_cpu import WORDS, save_model
 from tiercel.errors import ConfigError
+from tiercel.integrations.vllm_model import extra_of, namespace_of
+from tiercel.integrations.vllm_worker import blocks_of
 from tiercel.transfer.copier import DirectCopier
 from tiercel.transfer.plan import Direction
+from tiercel.tree.keys import KeyChain
 from tiercel.types import Kind
 
 # isort: split
+import torch
 from vllm.entrypoints.llm import LLM
 from vllm.inputs import TokensPrompt
 from vllm.sampling_params import SamplingParams
@@ -265,3 +273,89 @@ def test_what_would_go_wrong_is_refused(models):
         with pytest.raises((ConfigError, RuntimeError, ValueError)) as error:
             Engine(folder, "qwen3", transfer)
         assert why in str(error.value)
+
+
+OTHER_PROCESS = """
+import json, os, sys
+from tests.engines.test_vllm_connector import PROMPTS, Engine, configured
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+folder, name, how = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+if __name__ == "__main__":
+    engine = Engine(folder, name, configured(), **how)
+    texts = [engine.texts() for _ in range(2)]
+    print("RESULT", json.dumps([texts, engine.external(), type(engine.llm.llm_engine.engine_core).__name__]))
+"""
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+@pytest.mark.parametrize(
+    "how", [{"async_scheduling": True}, {"distributed_executor_backend": "mp"}], ids=["core", "worker"]
+)
+def test_scheduler_and_worker_may_be_processes_of_their_own(models, tmp_path, name, how):
+    """The engine's core is another process than the caller, which plans ahead; or the worker another one than
+    the core."""
+    folder, texts = models(name)
+    (tmp_path / "run.py").write_text(OTHER_PROCESS)
+    call = [sys.executable, str(tmp_path / "run.py"), folder, name, json.dumps(how)]
+    run = subprocess.run(call, capture_output=True, text=True, timeout=200, check=False)
+    lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT")]
+    assert lines, run.stderr[-3000:]
+    found, hits, client = json.loads(lines[0].removeprefix("RESULT"))
+    assert [[(text, scores) for text, scores in each] for each in found] == [texts, texts]
+    assert hits > 1000 and client == "SyncMPClient"
+
+
+# Keys
+
+
+def request(**what):
+    plain = {"mm_features": [], "prompt_embeds": None, "lora_request": None, "cache_salt": None}
+    return SimpleNamespace(**plain | what)
+
+
+def image(name, offset, length):
+    return SimpleNamespace(identifier=name, mm_position=SimpleNamespace(offset=offset, length=length))
+
+
+def keys(asked, tokens=100):
+    chain = KeyChain(b"identity", namespace_of(asked), 16)
+    chain.extend([7] * tokens, extra=extra_of(asked, 16))
+    return chain.keys
+
+
+def test_prompts_that_differ_in_more_than_tokens_share_no_page():
+    plain = keys(request())
+    cat, dog = (keys(request(mm_features=[image(name, 40, 20)])) for name in ("cat", "dog"))
+    assert plain[:2] == cat[:2] == dog[:2], "before the image they are the same"
+    assert not {*plain[2:]} & {*cat[2:]} and not {*cat[2:]} & {*dog[2:]}
+    later = keys(request(mm_features=[image("cat", 41, 20)]))
+    two = keys(request(mm_features=[image("cat", 40, 20), image("dog", 70, 4)]))
+    assert later[:2] == cat[:2] and later[2] != cat[2]
+    assert two[:4] == cat[:4] and two[4:] != cat[4:]
+    rows = torch.arange(100.0).reshape(100, 1)
+    some, same = (keys(request(prompt_embeds=each)) for each in (rows, rows.clone()))
+    rows[33] = -1
+    assert some == same and keys(request(prompt_embeds=rows))[:2] == some[:2]
+    assert not {*keys(request(prompt_embeds=rows))[2:]} & {*some[2:]}
+    assert keys(request(prompt_embeds=rows.to(torch.bfloat16))) != keys(request(prompt_embeds=rows))
+    salt, other = (keys(request(cache_salt=each)) for each in "ab")
+    lora = keys(request(lora_request=SimpleNamespace(lora_name="a", lora_path="b")))
+    words = [plain, salt, other, lora]
+    assert len({key for each in words for key in each}) == sum(map(len, words))
+
+
+# Blocks
+
+
+def test_a_block_is_its_bytes_however_they_lie():
+    raw = torch.arange(4 * 3 * 2 * 8, dtype=torch.int32)
+    plain = raw.view(4, 3, 2, 8)
+    assert torch.equal(blocks_of("a", plain, 4, 192).view(torch.int32), raw.view(4, 48))
+    turned = raw.view(4, 2, 3, 8).transpose(1, 2)  # tokens before heads
+    assert torch.equal(blocks_of("a", turned, 4, 192).view(torch.int32), raw.view(4, 48))
+    assert torch.equal(blocks_of("a", plain, 2, 384).view(torch.int32), raw.view(2, 96)), "cut by a kernel"
+    between = raw.view(4, 2, 24)[:, 1].view(4, 3, 8)
+    assert torch.equal(blocks_of("a", between, 4, 96).view(torch.int32), raw.view(4, 48)[:, 24:])
+    for cache, size in ((plain, 96), (raw.view(3, 4, 2, 8).transpose(0, 1), 192)):
+        with pytest.raises(ConfigError):
+            blocks_of("a", cache, 4, size)
