@@ -3,10 +3,12 @@ owners and real processes; `kill_loop`. (The contract: `tests/contract`.)"""
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -25,12 +27,14 @@ from tests.storage.file.make import (
 )
 from tests.storage.shared.kill_loop import run
 from tests.storage.shared.make import kill_owner, make_shared, owner_of, wait_for_end
+from tests.wait import until
 from tiercel.errors import ConfigError, StoreError
 from tiercel.storage.base import Put
 from tiercel.storage.file import FileStore, direct
 from tiercel.storage.open import open_store, why_not
+from tiercel.storage.shared import SharedStore
 from tiercel.storage.shared.owner import Owner
-from tiercel.storage.shared.wire import listen
+from tiercel.storage.shared.wire import Line, listen
 from tiercel.threads import start
 
 KILLS = int(os.environ.get("TIERCEL_KILLS", "24"))
@@ -235,7 +239,6 @@ def test_each_process_hears_of_what_was_evicted(tmp_path):
 
 def test_a_process_that_stops_while_it_writes_is_given_up_and_may_come_back(tmp_path, monkeypatch):
     monkeypatch.setattr("tiercel.storage.shared.owner.WRITE_S", 0.5)
-    options = {"size": SIZE, "evict": "lru", "free": 0, "segment_bytes": SEGMENT_BYTES}
     write, stopped, goes_on = direct.write, threading.Event(), threading.Event()
 
     def stop_once(file, offset, views):
@@ -245,21 +248,49 @@ def test_a_process_that_stops_while_it_writes_is_given_up_and_may_come_back(tmp_
         write(file, offset, views)
 
     monkeypatch.setattr(direct, "write", stop_once)
-    with FileStore(tmp_path, **options) as owned, listen(str(tmp_path)) as listener:
-        owner = Owner(owned, options, linger_s=60.0)
-        serving = start(lambda: owner.serve(listener), "owner")
-        with make_shared(tmp_path) as slow, make_shared(tmp_path) as other:
-            late = start(lambda: keep(slow, "a", "b"), "late")
-            assert stopped.wait(60)
-            keep(other, "c", "d")
-            assert not late.done() and has_none(other, "a", "b") and has_all(other, "c", "d")
-            goes_on.set()  # it writes where it was told before, and is told another place then
-            late.result(60)
-            assert has_all(other, "a", "b", "c", "d") and owned.check().bad == []
-        owner.end()
-        serving.result(60)
+    with owned_here(tmp_path) as owned, make_shared(tmp_path) as slow, make_shared(tmp_path) as other:
+        late = start(lambda: keep(slow, "a", "b"), "late")
+        assert stopped.wait(60)
+        keep(other, "c", "d")
+        assert not late.done() and has_none(other, "a", "b") and has_all(other, "c", "d")
+        goes_on.set()  # it writes where it was told before, and is told another place then
+        late.result(60)
+        assert has_all(other, "a", "b", "c", "d") and owned.check().bad == []
     with make_store(tmp_path) as alone:
         assert has_all(alone, "a", "b", "c", "d")
+
+
+def test_a_process_that_does_not_hear_where_to_write_is_given_up(tmp_path, monkeypatch):
+    """It stops as soon as it has asked, and the socket has no room for the answer."""
+
+    class Narrow(Line):
+        def __init__(self, connection):
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            super().__init__(connection)
+
+    monkeypatch.setattr("tiercel.storage.shared.owner.WRITE_S", 0.5)
+    monkeypatch.setattr("tiercel.storage.shared.owner.Line", Narrow)
+    size, segment_bytes = 256 << 20, 64 << 20
+    keys = [key_of(f"{n}") for n in range(4096)]
+    with owned_here(tmp_path, size=size, segment_bytes=segment_bytes) as owned:
+        other = SharedStore(tmp_path, size, free=0, segment_bytes=segment_bytes, linger_s=60.0)
+        with other, other._line() as line:
+            line.send({"call": "put", "sizes": [4096] * 4096}, keys)
+            until(lambda: owned._log.commit._busy, "it is told where to write")
+            keep(other, "a", "b")
+            assert has_all(other, "a", "b") and not any(other.contains(keys))
+
+
+@contextmanager
+def owned_here(path, **options):
+    """An owner in this process."""
+    options = {"size": SIZE, "evict": "lru", "free": 0, "segment_bytes": SEGMENT_BYTES} | options
+    with FileStore(path, **options) as owned, listen(str(path)) as listener:
+        owner = Owner(owned, options, linger_s=60.0)
+        serving = start(lambda: owner.serve(listener), "owner")
+        yield owned
+        owner.end()
+        serving.result(60)
 
 
 def test_what_is_evicted_while_it_is_read_is_missed_and_gives_its_space_back(tmp_path):

@@ -167,7 +167,7 @@ class _Client:
 
     def begin(self, file: int, offset: int, keys: Sequence[RecordKey]) -> None:
         try:
-            self._line.send({"write": offset}, keys, file)
+            self._line.send({"write": offset}, keys, file, WRITE_S)
         except LineLost as error:
             raise OSError(errno.ECONNABORTED, str(error)) from error
 

@@ -54,10 +54,18 @@ class Line:
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
 
-    def send(self, words: dict[str, Any], keys: Sequence[RecordKey] = (), file: int = -1) -> None:
+    def send(
+        self,
+        words: dict[str, Any],
+        keys: Sequence[RecordKey] = (),
+        file: int = -1,
+        wait_s: float | None = None,
+    ) -> None:
+        """`wait_s`: how long the other side may take to make room for the message. None: for ever."""
         body = json.dumps(words, separators=(",", ":")).encode()
         data = _HEAD.pack(len(body), len(keys)) + body + b"".join(keys)
         try:
+            self._socket.settimeout(wait_s)
             sent = socket.send_fds(self._socket, [data], [file]) if file >= 0 else 0
             self._socket.sendall(data[sent:])
         except OSError as error:
