@@ -201,13 +201,19 @@ class Scheduler:
         first, text.saved = text.saved, pages
         if len(chain.keys) < pages:
             self._extend(text, chain)
-        wanted = (n for n in range(first + 1, pages + 1) if n in text.boundaries)
+        wanted = (n for n in range(first + 1, pages + 1) if self._deserves_tail(text, n))
         tails = {boundary: self._groups.tail(tables, boundary) for boundary in wanted}
         tails = {boundary: tail for boundary, tail in tails.items() if NO_PLACE not in tail}
         there = self.cache.tree.match(chain.keys, pages).found
         first = min(first, there)  # earlier pages may have left the host
         places = [self._groups.page(tables, n) for n in range(first, pages)]
         self.cache.save(chain, first, places, tails=tails)
+
+    def _deserves_tail(self, text: Text, boundary: int) -> bool:
+        """In an answer: every so many pages, and the boundaries before that a window reads too."""
+        if boundary * self._page_tokens <= text.request.num_prompt_tokens:
+            return boundary in text.boundaries
+        return -boundary % self._every < self.cache.spec.pages_per_window
 
     # The end of things
 
