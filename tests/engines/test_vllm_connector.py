@@ -19,8 +19,12 @@ if find_spec("vllm") is None:
 # first, because it sets what vLLM reads when it is imported
 from tests.engines.vllm_cpu import WORDS, save_model
 from tiercel.errors import ConfigError
+from tiercel.integrations.vllm_groups import Group, Groups
 from tiercel.integrations.vllm_model import extra_of, namespace_of
+from tiercel.integrations.vllm_scheduler import Scheduler
 from tiercel.integrations.vllm_worker import blocks_of
+from tiercel.spec import Identity
+from tiercel.spec.stream import PREFIX, Window
 from tiercel.transfer.copier import DirectCopier
 from tiercel.transfer.plan import Direction
 from tiercel.tree.keys import KeyChain
@@ -163,7 +167,12 @@ def erase(copy, kinds):
 def test_the_texts_are_those_without_it(model, monkeypatch):
     name, folder, texts = model
     with running(folder, name, configured()) as engine:
-        assert engine.texts() == texts
+
+        def all_saved():
+            under_way = engine.half.cache.flights._sent.values()
+            assert all(flight.direction is Direction.LOAD for flight in under_way)
+
+        assert engine.texts(between=all_saved) == texts
         first = engine.external()
         assert engine.texts() == texts
         hits = engine.external() - first
@@ -359,3 +368,28 @@ def test_a_block_is_its_bytes_however_they_lie():
     for cache, size in ((plain, 96), (raw.view(3, 4, 2, 8).transpose(0, 1), 192)):
         with pytest.raises(ConfigError):
             blocks_of("a", cache, 4, size)
+
+
+def test_a_tail_whose_blocks_vllm_has_given_away_is_not_saved():
+    window = Group(0, Window(33), 16, 8, ("layers.0.a",))
+    half = Scheduler(
+        Groups("m", (window, Group(1, PREFIX, 16, 8, ("layers.1.a",)))), Identity("m"), 2**16, ""
+    )
+    text = request(
+        request_id="r", resumable=False, all_token_ids=[*range(81)], num_tokens=81, num_prompt_tokens=81,
+        num_computed_tokens=64,
+    )  # fmt: skip
+    assert half.find(text, 64) == (0, False)
+    half.texts["r"].boundaries = frozenset(range(1, 6))
+    tables = [[0, 0, 3, 4, 5, 6], [11, 12, 13, 14, 15, 16]]
+    blocks = SimpleNamespace(get_block_ids=lambda name: tables)
+    step = {"r": 17}
+    (ticket,) = half.plan(
+        SimpleNamespace(
+            kv_connector_block_state=blocks, num_scheduled_tokens=step, total_num_scheduled_tokens=17
+        )
+    ).tickets
+    pages, tails = ticket.plan.legs
+    assert pages.device == ((11,), (12,), (13,), (14,), (15,))
+    assert tails.device == ((3,), (4,), (5,)), "those of two windows are gone"
+    half.close()
