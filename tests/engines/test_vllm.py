@@ -30,7 +30,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from tests.storage.shared.make import kill_owner
 from tiercel.errors import ConfigError, StoreError
-from tiercel.integrations import vllm as ours
+from tiercel.integrations.vllm import tier as ours
 
 CHUNK, CHUNKS = 12 * 4096, 16
 KEYS = [make_offload_key(bytes([n]) * 32, n % 2) for n in range(40)]

@@ -19,10 +19,10 @@ if find_spec("vllm") is None:
 # first, because it sets what vLLM reads when it is imported
 from tests.engines.vllm_cpu import WORDS, save_model
 from tiercel.errors import ConfigError
-from tiercel.integrations.vllm_groups import Group, Groups
-from tiercel.integrations.vllm_model import extra_of, namespace_of
-from tiercel.integrations.vllm_scheduler import Scheduler
-from tiercel.integrations.vllm_worker import blocks_of
+from tiercel.integrations.vllm.groups import Group, Groups
+from tiercel.integrations.vllm.model import extra_of, namespace_of
+from tiercel.integrations.vllm.scheduler import Scheduler
+from tiercel.integrations.vllm.worker import blocks_of
 from tiercel.spec import Identity
 from tiercel.spec.stream import PREFIX, Window
 from tiercel.transfer.copier import DirectCopier
@@ -107,7 +107,7 @@ class Engine:
 def configured(host_memory="64MiB", **options):
     return {
         "kv_connector": "TiercelConnector",
-        "kv_connector_module_path": "tiercel.integrations.vllm_connector",
+        "kv_connector_module_path": "tiercel.integrations.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"host_memory": host_memory, **options},

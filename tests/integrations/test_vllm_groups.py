@@ -11,7 +11,7 @@ import torch
 
 from tiercel import BorrowedMemory, CacheConfig, HostCache, Transfer, make_memories
 from tiercel.errors import ConfigError
-from tiercel.integrations.vllm_groups import NULL_BLOCK, Group, Groups, layer_of
+from tiercel.integrations.vllm.groups import NULL_BLOCK, Group, Groups, layer_of
 from tiercel.spec.stream import PREFIX, State, Window
 from tiercel.transfer.plan import NO_PLACE
 

@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from tiercel.config import CacheConfig
 from tiercel.errors import ConfigError
-from tiercel.integrations.vllm_groups import Groups
+from tiercel.integrations.vllm.groups import Groups
 from tiercel.memory.buffers import BorrowedMemory, HostMemory
 from tiercel.transfer.controller import Controller, Ticket, make_controller
 from tiercel.transfer.plan import Direction

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm import __version__ as VERSION
 from vllm.v1.kv_cache_interface import (
     KVCacheSpecKind,
     RSWASpec,
     UniformTypeKVCacheSpecs,
     get_kv_cache_spec_kind,
 )
+from vllm.version import __version__ as VERSION
 
 from tiercel.errors import ConfigError
-from tiercel.integrations.vllm_groups import Group, Groups
+from tiercel.integrations.vllm.groups import Group, Groups
 from tiercel.models.digest import weights_digest
 from tiercel.spec.identity import Identity
 from tiercel.spec.stream import PREFIX, Keep, Window

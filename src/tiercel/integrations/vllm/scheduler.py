@@ -22,9 +22,9 @@ from tiercel.cache.memories import make_memories
 from tiercel.cache.request import Found, Transfer, Wait
 from tiercel.cache.tails import tails_of_prompt
 from tiercel.config import CacheConfig
-from tiercel.integrations.vllm_groups import Groups, Table
-from tiercel.integrations.vllm_model import extra_of, namespace_of
-from tiercel.integrations.vllm_worker import Acks, Plans
+from tiercel.integrations.vllm.groups import Groups, Table
+from tiercel.integrations.vllm.model import extra_of, namespace_of
+from tiercel.integrations.vllm.worker import Acks, Plans
 from tiercel.spec.identity import Identity
 from tiercel.storage.open import open_now_or_later
 from tiercel.transfer.controller import Ticket

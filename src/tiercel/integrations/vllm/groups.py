@@ -10,7 +10,7 @@ group, and all groups take their blocks from one pool: a block id belongs to one
 So a page has a place for each of its blocks of each full group, and a tail one for each of its blocks of each
 other group. Blocks that vLLM does not keep, or has already, have no place: nothing is copied there.
 
-Here is neither vLLM nor torch: `integrations.vllm_connector` makes the groups.
+Here is neither vLLM nor torch: `integrations.vllm.connector` makes the groups.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 it.
 
     vllm serve … --kv-transfer-config '{"kv_connector": "TiercelConnector", "kv_role": "kv_both",
-        "kv_connector_module_path": "tiercel.integrations.vllm_connector",
+        "kv_connector_module_path": "tiercel.integrations.vllm",
         "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {
             "host_memory": "64GiB", "store": "shared:///var/cache/kv?size=200GiB"}}'
 
@@ -29,9 +29,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from tiercel.config import parse_bytes
 from tiercel.errors import ConfigError
 from tiercel.integrations.hooks import check_hooks
-from tiercel.integrations.vllm_model import groups_of, identity_of
-from tiercel.integrations.vllm_scheduler import Scheduler
-from tiercel.integrations.vllm_worker import Acks, Plans, Worker
+from tiercel.integrations.vllm.model import groups_of, identity_of
+from tiercel.integrations.vllm.scheduler import Scheduler
+from tiercel.integrations.vllm.worker import Acks, Plans, Worker
 
 if TYPE_CHECKING:
     from torch import Tensor
